@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+from huggingface_hub import constants
 
 from tests.program import ROOT, in_process, refused
 from tests.tables import tables
@@ -51,6 +52,7 @@ def done(half: Path) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a row, with a configuration."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the variable is read when the library is imported
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     return tmp_path

@@ -392,8 +392,9 @@ def test_a_run_stops_by_itself_before_its_time_is_used_up_and_goes_on_to_the_sam
 
 @pytest.fixture
 def stops(monkeypatch):
-    """Every Preemption of a pipeline, in order, so that a test can say when its time is up."""
+    """Every Preemption of a pipeline, in order, so that a test can say when its time is up. A budget begins with the pipeline."""
     made = []
+    monkeypatch.setattr(stopping, "program_began", time.monotonic)
 
     class Noticed(stopping.Preemption):
         def __init__(self, **settings):
@@ -453,7 +454,6 @@ def test_answers_after_training_are_not_begun_when_those_before_took_longer_than
     assert caught.value.fix == stopping.RESUME and "Evaluation after training will take about" in caplog.text
     took = read_json(run.result)["answering_seconds"]
     assert took > 25 and (run.final_model / "model.safetensors").is_file() and list_problems(run.root) == []
-    monkeypatch.setattr(stopping, "program_began", time.monotonic)
     with pytest.raises(Preempted, match=stopped) as caught:
         run_pipeline(configured(*asked, "training.time_budget=12", resume=True), run.root, progress=progress)
     assert "raise training.time_budget above" in caught.value.fix

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -319,3 +322,14 @@ def test_what_answers_leave_behind_can_be_trained_on(small):
     small.model(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
     assert any(parameter.grad is not None for parameter in small.model.parameters())
     small.model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("own", [None, "active"])
+def test_threads_sleep_while_they_wait_unless_the_user_has_them_spin(own):
+    """Spinning threads take the cores of another program: OpenMP reads the policy when torch is imported."""
+    code = "import os, sys, tunix_rt.cli.inference, tunix_rt.pipeline\nfrom tunix_rt.engines.base import load_backend\n"
+    code += "assert 'torch' not in sys.modules\nload_backend('torch')\nprint(os.environ['OMP_WAIT_POLICY'])"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if own is None else {"OMP_WAIT_POLICY": own}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == (own or "passive")
