@@ -212,7 +212,9 @@ def _cuda_kernels() -> Iterator[None]:
         padded = -(-len(lm_head) // 8) * 8
         return torch.empty(rows, padded, dtype=torch.float32)[:, : len(lm_head)]
 
-    def chunk(hidden: Any, lm_head: Any, targets: Any, softcap: Any, scale: Any, logits: Any) -> Any:
+    def chunk(
+        hidden: Any, lm_head: Any, targets: Any, softcap: Any, scale: Any, logits: Any, weights: Any = None
+    ) -> Any:
         """The gradient of the logits takes their place."""
         logits = logits[: len(hidden)]
         dlogits = logits.as_strided((len(hidden), len(lm_head)), (logits.stride(0), 1))

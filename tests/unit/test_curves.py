@@ -96,8 +96,13 @@ def test_a_number_that_a_step_declares_becomes_a_column_also_where_older_lines_l
     monkeypatch.setattr(curves, "NAMES", (*curves.FIELDS, *curves.DERIVED))
     monkeypatch.setattr(curves, "_STEPS", curves._validator())
     assert curves.FIELDS["entropy"] and not curves.FIELDS["loss"]
+    file = MetricsFile(tmp_path)
+    write(tmp_path, line(1))
+    assert (
+        "entropy" not in read(file).columns and file.kept_bytes == 11 * 8
+    )  # a column without a number takes no memory
     write(tmp_path, line(1), line(2, entropy=0.75))
-    entropy = read(MetricsFile(tmp_path)).columns["entropy"]
+    entropy = read(file).columns["entropy"]
     assert np.isnan(entropy[0]) and entropy[1] == 0.75
 
 

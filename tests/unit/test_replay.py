@@ -158,7 +158,7 @@ def test_of_several_machines_the_least_alike_counts() -> None:
 
 
 def line_of(step: Step) -> StepLine:
-    values = {name: getattr(step, name) for name in Step.__slots__}
+    values = {name: value for name in Step.__slots__ if (value := getattr(step, name)) is not None}
     return StepLine.model_validate(values | {"loss_hex": step.loss.hex(), "prev": "0" * 64})
 
 

@@ -40,14 +40,14 @@ Column = NDArray[np.float64]
 
 
 def _numeric_fields() -> dict[str, bool]:
-    """The numbers that a step declares: name -> whether a line may lack it."""
+    """The numbers that a step declares: name -> whether a line may lack it. Those that every line has come first."""
     found = {}
     hints = get_type_hints(StepLine)
     for name in StepLine.model_fields:
         kinds = set(get_args(hints[name]) or (hints[name],))
         if kinds <= {int, float, type(None)}:
             found[name] = type(None) in kinds
-    return found
+    return dict(sorted(found.items(), key=lambda field: field[1]))
 
 
 def _ratio(above: Column, below: Column) -> Column:
@@ -136,13 +136,15 @@ class MetricsFile:
 
     def _forget(self) -> None:
         self._values = np.empty((len(NAMES), 1024))
+        self._present = np.array([not FIELDS.get(name, False) for name in NAMES])
+        """Columns with a number. The others take no memory: nothing is written to them."""
         self._count, self._offset, self._last_line, self._inode, self.problem = 0, 0, b"", 0, ""
         self._stamp: tuple[int, int, int] | None = None
         """Inode, size and time of the file when it was read last."""
 
     @property
     def kept_bytes(self) -> int:
-        return self._count * len(NAMES) * 8
+        return self._count * int(self._present.sum()) * 8
 
     def curves(self, *, may_thread: bool = True) -> Curves:
         """What the file contains now; a sample where that takes longer than a page may."""
@@ -150,7 +152,8 @@ class MetricsFile:
         reading = self._thread is not None and self._thread.is_alive()
         if not reading and self.read(AT_ONCE):
             with self._lock:
-                columns = {name: self._values[place, : self._count] for place, name in enumerate(NAMES)}
+                places = np.flatnonzero(self._present)
+                columns = {NAMES[place]: self._values[place, : self._count] for place in places}
                 return Curves(columns=columns if self._count else {}, problem=self.problem)
         sample = _sample(self.root)
         if not reading and may_thread and not self.problem:
@@ -233,9 +236,14 @@ class MetricsFile:
         before, after = self._count, self._count + table.shape[1]
         if after > self._values.shape[1]:  # curves that were given out keep the old array
             grown = np.empty((len(NAMES), min(max(2 * self._values.shape[1], after), MOST_STEPS)))
-            grown[:, :before] = self._values[:, :before]
+            for known in np.flatnonzero(self._present):
+                grown[known, :before] = self._values[known, :before]
             self._values = grown
-        self._values[: len(FIELDS), before:after] = table
+        for place, values in enumerate(table):
+            if not self._present[place] and not np.isnan(values).all():
+                self._present[place], self._values[place, :before] = True, np.nan
+            if self._present[place]:
+                self._values[place, before:after] = values
         new = dict(zip(FIELDS, table, strict=True))
         with np.errstate(over="ignore"):
             for place, derive in enumerate(DERIVED.values(), start=len(FIELDS)):
@@ -261,6 +269,7 @@ def _sample(root: Path) -> dict[str, Column]:
     if not tables:
         return {}
     new = dict(zip(FIELDS, np.concatenate(tables, axis=1), strict=True))
+    new = {name: values for name, values in new.items() if not (FIELDS[name] and np.isnan(values).all())}
     unknown = np.full(len(tables), np.nan)
     return {**new, **{name: unknown if name in TOTALS else derive(new, 0.0) for name, derive in DERIVED.items()}}
 
