@@ -363,12 +363,21 @@ def test_double_precision_needs_more_and_shorter_rows_less(shape: ModelShape, co
 
 @given(shape=shapes, config=run_settings(), device=devices)
 def test_an_optimizer_with_smaller_states_never_holds_more(shape: ModelShape, config: RunConfig, device: str) -> None:
-    plans = [predict(shape, changed(config, "training", optim=kind), device=device) for kind in OPTIMIZERS]
+    # Adafactor factors matrices; of the stacked weights of experts it keeps whole states, which 8 bits undercut.
+    kinds = OPTIMIZERS if shape.experts is None else OPTIMIZERS[1:]
+    plans = [predict(shape, changed(config, "training", optim=kind), device=device) for kind in kinds]
     states = [part_of(plan, "save", "optimizer") for plan in plans]
     assert states == sorted(states)
     if shape.parameters > 10**8:  # a small model is smaller than the temporaries of its update
         peaks = [plan.least_bytes for plan in plans]
         assert peaks == sorted(peaks)
+
+
+@given(shape=shapes, config=run_settings(), device=devices)
+def test_adafactor_never_holds_more_states_than_adamw(shape: ModelShape, config: RunConfig, device: str) -> None:
+    plans = [predict(shape, changed(config, "training", optim=kind), device=device) for kind in ("adafactor", "adamw")]
+    adafactor, adamw = (part_of(plan, "save", "optimizer") for plan in plans)
+    assert adafactor <= adamw
 
 
 OPTIMIZERS = ("adafactor", "adamw_8bit", "adamw")
