@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from recipes.dev_reasoning.shape import Draw, Problem, Template
@@ -201,23 +201,28 @@ def _manifest(
     return (json.dumps(manifest, indent=2) + "\n").encode()
 
 
+def write_files(files: Mapping[Path, bytes], out: Path, *, check_only: bool) -> int:
+    """Write what differs below `out`, or only name it. The exit code: 1 if something differs and nothing is written."""
+    differing = 0
+    for path, content in files.items():
+        target = out / path
+        same = target.is_file() and target.read_bytes() == content
+        differing += not same
+        if not check_only:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        state = "unchanged" if same else "differs" if check_only else "written"
+        sys.stdout.write(f"{state:9}  {target}  {len(content)} bytes\n")
+    return 1 if check_only and differing else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write dev-reasoning-v2 and its held-out questions.")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder that holds datasets/ and evalsets/")
     parser.add_argument("--check-only", action="store_true", help="write nothing; exit 1 when a file differs")
     options = parser.parse_args()
-    differing = 0
-    for path, content in generate(options.seed).items():
-        target = options.out / path
-        same = target.is_file() and target.read_bytes() == content
-        differing += not same
-        if not options.check_only:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        state = "unchanged" if same else "differs" if options.check_only else "written"
-        sys.stdout.write(f"{state:9}  {target}  {len(content)} bytes\n")
-    return 1 if options.check_only and differing else 0
+    return write_files(generate(options.seed), options.out, check_only=options.check_only)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from recipes.dev_reasoning.generate import (
     _training_rows,
     tokenised,
     trace_record,
+    write_files,
 )
 from recipes.dev_reasoning.shape import Draw
 
@@ -85,17 +86,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write eval_v2_more and dev-reasoning-more.")
     parser.add_argument("--out", type=Path, default=Path(), help="folder that holds datasets/ and evalsets/")
     parser.add_argument("--check-only", action="store_true", help="write nothing; exit 1 when a file differs")
-    options, differing = parser.parse_args(), 0
-    for path, content in generate().items():
-        target = options.out / path
-        same = target.is_file() and target.read_bytes() == content
-        differing += not same
-        if not options.check_only:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
-        state = "unchanged" if same else "differs" if options.check_only else "written"
-        sys.stdout.write(f"{state:9}  {target}  {len(content)} bytes\n")
-    return 1 if options.check_only and differing else 0
+    options = parser.parse_args()
+    return write_files(generate(), options.out, check_only=options.check_only)
 
 
 if __name__ == "__main__":

@@ -195,10 +195,8 @@ def _chunk(
     _put_product(_widened(logits, len(lm_head)), hidden, lm_head.t())
     kernel = importlib.import_module("tunix_rt.engines.torch.triton.cross_entropy")
     losses, dlogits = kernel.losses_and_dlogits(logits, targets, softcap=softcap, scale=scale, kind=hidden.dtype)
-    if weights is not None and scale is not None:
-        dlogits.mul_(
-            weights.to(dlogits.dtype).unsqueeze(1)
-        )  # one more rounding than weights inside the kernel would need
+    if weights is not None and scale is not None:  # one rounding more than with weights inside the kernel
+        dlogits.mul_(weights.to(dlogits.dtype).unsqueeze(1))
     return losses, _widened(dlogits, len(lm_head))
 
 
