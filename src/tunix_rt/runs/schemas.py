@@ -272,7 +272,7 @@ class Inputs(f.Facts):
     tokenizer_sha256: f.Digest
 
 
-class PeakSample(f.Facts):
+class PeakSample(f.Facts):  # the largest of the `samples` of GPU memory
     samples: f.Positive
     by: Literal["nvml", "device"]
     step: f.Count
@@ -287,7 +287,7 @@ class Outcome(f.Facts):
     accuracy: f.Share
 
 
-class Speeds(f.Facts):
+class Speeds(f.Facts):  # tokens per second; `ratio`: how many times as fast as the CPU the device is
     device: f.Amount
     device_with_first_step: f.Amount
     cpu: f.Maybe[f.Amount] = None
